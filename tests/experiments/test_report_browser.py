@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -199,3 +200,40 @@ def test_a_dark_page_is_printed_on_white(html: str, show: Show) -> None:
 def test_a_single_run_has_its_charts(show: Show, tmp_path: Path) -> None:
     page = show(render_page(build_report([write_run(tmp_path / "run")])))
     assert page.locator("figure.chart canvas").count() == page.locator("figure.chart").count() > 6
+
+
+def test_the_table_of_times_fits_a_narrow_window(show: Show) -> None:
+    report = build_report([RESULTS / "19m"])
+    for row in report.data["equal_loss"]:
+        row["predicted_speed_up"] = 1.5
+    table = show(render_page(report), width=800).locator(".times")
+    assert table.locator(".reason").count() == len(report.data["equal_loss"]) > 0
+    assert table.evaluate("t => t.scrollWidth <= t.parentElement.clientWidth")
+
+
+WRITTEN = """() => {
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const isEnd = this.textBaseline === "middle" && this.textAlign === "left";
+    if (isEnd && this.canvas.closest("figure").innerText.startsWith("Validation loss"))
+      written.push([text, y / devicePixelRatio, x + this.measureText(text).width <= this.canvas.width]);
+    write.call(this, text, x, y);
+  };
+}"""
+
+
+def test_lines_of_validation_are_named_at_their_ends(show: Show) -> None:
+    """In the order of their losses, a line of text apart, and inside the chart."""
+    report = build_report([RESULTS / "19m"])
+    (chart,) = (chart for chart in report.data["charts"] if chart["id"] == "validation_loss")
+    page = show(render_page(report), width=800)
+    page.evaluate(WRITTEN)
+    page.locator("#switches select").last.select_option("log")
+    page.wait_for_function("written.length")
+    solid = [line for line in chart["lines"] if not line["is_dashed"]]
+    names = [line["label"] for line in sorted(solid, key=lambda line: -line["values"][-1])]
+    written = page.evaluate("written")[: len(names)]
+    assert [name for name, *_ in written] == names
+    assert all(below - above >= 12 for (_, above, _), (_, below, _) in pairwise(written))
+    assert all(is_inside for *_, is_inside in written)

@@ -326,7 +326,7 @@ def test_time_to_loss_has_intervals_in_both_precisions(tmp_path: Path) -> None:
     assert words == "faster per step, to the loss not resolved"
     for kind in ("markdown", "html"):
         text = render_report(Report(data=data, sweep=read_sweep([tmp_path / "s"])), kind)
-        assert "+23.1% (+3.6 to +46.2)" in text
+        assert "+23.1% (+3.6 to +46.2)" in text.replace("<small>", "")
         assert "runs of 0.0M to 0.1M tokens" in text
 
 

@@ -96,7 +96,7 @@ function axisSize(u, labels) {
   return 20 + longest * 6.6; // uPlot adds the size of a label
 }
 
-/** Draws the zone between two values behind the lines, with its label below if there is one. */
+/** Draws the zone between two values, or only its label, which stands below it and above the grid. */
 function drawZone(u, [low, high], label) {
   const { ctx, bbox } = u;
   const isForest = u.scales.y.ori === 0;
@@ -108,7 +108,7 @@ function drawZone(u, [low, high], label) {
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
   ctx.clip();
   ctx.fillStyle = fade(style("--zone"), 0.13);
-  ctx.fillRect(left, top, right - left, bottom - top);
+  if (!label) ctx.fillRect(left, top, right - left, bottom - top);
   ctx.fillStyle = style("--quiet");
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
   ctx.textAlign = "right";
@@ -244,8 +244,8 @@ function lineChart(element, original) {
     axes: axes(chart.format, xTicks),
     series, bands,
     hooks: {
-      drawClear: chart.zone ? [(u) => drawZone(u, chart.zone, chart.zone_label)] : [],
-      draw: [(u) => drawEnds(u, named)],
+      drawClear: chart.zone ? [(u) => drawZone(u, chart.zone)] : [],
+      draw: [(u) => { drawEnds(u, named); if (chart.zone && chart.zone_label) drawZone(u, chart.zone, chart.zone_label); }],
       setCursor: [(u) => {
         if (!u.over.matches(":hover")) return;
         const index = u.cursor.idx;
@@ -380,8 +380,8 @@ function pointChart(element, points, { title, note, xAxis, yLabel, range, zone, 
     axes: isForest ? [{ ...first, side: 3 }, { ...second, side: 2, size: 30, space: 60, ...label }] : [first, { ...second, ...label }],
     series: [{}, { stroke: "transparent", points: { show: false } }],
     hooks: {
-      drawClear: zone ? [(u) => drawZone(u, zone, zoneLabel)] : [],
-      draw: [(u) => { drawIntervals(u, ordered); if (key) key.replaceChildren(...drawNames(u, points, zone).map((point) => h("li", {}, h("span", { class: "chip" }, h("i", { class: "c" + point.color % COLORS }), point.label), h("small", {}, " " + signed(point.y) + ", " + point.note)))); }],
+      drawClear: zone ? [(u) => drawZone(u, zone)] : [],
+      draw: [(u) => { if (zone && zoneLabel) drawZone(u, zone, zoneLabel); drawIntervals(u, ordered); if (key) key.replaceChildren(...drawNames(u, points, zone).map((point) => h("li", {}, h("span", { class: "chip" }, h("i", { class: "c" + point.color % COLORS }), point.label), h("small", {}, " " + signed(point.y) + ", " + point.note)))); }],
       setCursor: [(u) => {
         const index = u.cursor.idx;
         if (!u.over.matches(":hover") || index === null || index === undefined) return;
