@@ -198,6 +198,7 @@ def test_the_program_uses_only_the_documented_hooks_of_policyc():
     assert {name for name in ours if not name.startswith("policyc.models.llama")} == {"policyc"}
     assert used == {
         "__version__",
+        "current_backends",
         "current_policy",
         "rounding_step",
         "set_step",

@@ -157,7 +157,8 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
     for folder, seed in zip(folders, (0, 3), strict=True):
         exported = read_tensors(folder / "exports" / "4")["model.layers.0.mlp.up_proj.weight"]
         params = read_source(folder).load()  # from the checkpoint that the seeds share
-        up = np.asarray(jax.tree.leaves(params["layers"])[-1])
+        layers = params["layers"]  # stacked if they are scanned, otherwise a list
+        up = np.asarray((layers if isinstance(layers, dict) else layers[0])["mlp"]["up_proj"])
         np.testing.assert_array_equal(up.reshape(up.shape[-2:]).T.astype(exported.dtype), exported)
         assert (folder / "plan.json").exists()
         assert json.loads((folder / "run.json").read_text())["seed"] == seed
