@@ -9,7 +9,7 @@ import click
 
 from policyc.base.progress import stage
 from policyc.cli.common import choose_policy
-from policyc.cli.options import collect_options, number, option, option_class, path_option
+from policyc.cli.options import Decorator, collect_options, number, option, option_class, path_option
 
 if TYPE_CHECKING:
     from policyc.serving.arithmetic import Activations, KVCache
@@ -105,4 +105,4 @@ def describe_gap(gap: Gap) -> str:
     )
 
 
-rollout_options = collect_options(RolloutOptions, "rollout")
+rollout_options: Decorator = collect_options(RolloutOptions, "rollout")

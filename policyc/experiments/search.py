@@ -80,7 +80,8 @@ class Search:
     """The predictions of policies on one step."""
 
     def __init__(self, step: TrainingStep, mesh: MeshShape, exchange: Exchange) -> None:
-        self.step, self.exchange = step, exchange
+        self.step: TrainingStep = step
+        self.exchange: Exchange = exchange
         self._mesh = mesh
         self._base = self._seconds(load("bf16"))
 
