@@ -134,7 +134,7 @@ def _digest(model: Model) -> str:
     with warnings.catch_warnings(action="ignore"):
         text = jax.jit(jax.grad(loss)).lower(*model.args).as_text()
     numbers: dict[str, str] = {}
-    text = re.sub(r"@[\w.\-$]+", lambda m: numbers.setdefault(m[0], f"@{len(numbers)}"), text)
+    text = re.sub(r'@("[^"]*"|[\w.\-$]+)', lambda m: numbers.setdefault(m[0], f"@{len(numbers)}"), text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

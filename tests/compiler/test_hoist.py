@@ -52,7 +52,7 @@ def quantize_in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], 
     def switch() -> None:
         def rewrite(sites: Any, *rest: Any) -> Any:
             rewritten.append(None)
-            blind = {a: replace(e, origin=None) for a, e in sites.loss.equations.items()}
+            blind = {a: replace(e, is_hoistable=False) for a, e in sites.loss.equations.items()}
             return original(replace(sites, traced=replace(sites.loss, equations=blind)), *rest)
 
         original = pipeline.rewrite

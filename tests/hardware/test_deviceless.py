@@ -150,7 +150,7 @@ def test_a_rule_without_sites_has_a_remedy_that_the_command_takes(
     ran = command("compile", str(policy), "--target", "gb200", "--multiple-losses", path)
     assert ran.err == "policyc: error: the compiler is reached\n"
     ran = command("compile", str(policy), "--target", "gb200", "--config", "tiny")
-    assert "'policyc diff POLICY --config tiny' lists the linears" in ran.err
+    assert "'policyc diff POLICY --config tiny' lists the sites" in ran.err
     assert "--multiple-losses" not in ran.err
     ran = command("compile", str(policy), "--target", "gb200", "--config", "tiny", "--multiple-losses")
     assert ran.code == 2
