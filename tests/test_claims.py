@@ -12,7 +12,7 @@ import importlib.util
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,12 +157,11 @@ def gaps_by_step(folder: str, names: list[str]) -> Iterator[Names]:
         yield {"name": name, "cells": [f"{gap} ({low} to {high})" for gap, low, high in gaps]}
 
 
-def final_losses(folder: str) -> Iterator[Names]:
-    """The losses after the last step of the policies that finished."""
+def final_losses(folder: str, names: Sequence[str] = ()) -> Iterator[Names]:
+    """The losses after the last step of the policies that finished, or of those that are named."""
     last = max(validations(folder, "bf16"))
-    for name in sorted(
-        path.name for path in (RESULTS / folder).iterdir() if path.is_dir() and path.name != "bf16"
-    ):
+    policies = sorted(path.name for path in (RESULTS / folder).iterdir() if path.is_dir())
+    for name in names or [name for name in policies if name != "bf16"]:
         losses = validations(folder, name).get(last)
         if losses:
             gap, low, high = paired_gap(losses, validations(folder, "bf16")[last])
