@@ -112,7 +112,7 @@ def regex_selectors(pattern: str) -> str:
 
 
 def _expand_regex(text: str) -> Iterator[str]:
-    """Yields the patterns of all alternatives. Raises ValueError with the rest that is no pattern."""
+    """Yields the patterns of all alternatives. Raises ValueError with the part that cannot be translated."""
     for alternative in re.split(r"\|(?![^()]*\))", text):
         parts: list[tuple[str, ...]] = []
         rest = alternative

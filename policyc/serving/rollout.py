@@ -65,7 +65,7 @@ def add_limits(params: llama.Params, linears: Sequence[Linear], maxima: InputMax
 
 
 Scores: TypeAlias = tuple[jax.Array, jax.Array]
-"""Of each token: the logarithm of its probability, and which token is the most likely one."""
+"""Per token: its log probability, and the most likely token."""
 
 
 def score(

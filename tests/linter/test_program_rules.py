@@ -98,7 +98,7 @@ COLLECTIVES = [
         ("GEMMs", ("layers.mlp.down @ fprop",)),
     )
 ]
-"""Of a step in which devices gather two weights before they quantize them."""
+"""The collectives of a step that gathers two weights in bf16 and then quantizes them."""
 TEXTS = Path(__file__).parent / "programs"
 POLICIES = sorted(path.stem for path in TEXTS.glob("*.policy"))
 

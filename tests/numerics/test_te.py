@@ -95,7 +95,7 @@ def test_maxima_of_long_rows(length: int) -> None:
 
 
 def test_maxima_before_and_after_the_rotation() -> None:
-    """Of every 16 rows, as a product with the matrix finds them in fp64. No NaN or infinity is lost."""
+    """The maxima of each 16 rows equal those of an fp64 matrix product. NaN and infinity survive."""
     x = np.array(normal(64, 256, seed=3, dtype=jnp.bfloat16))
     x[40, 7], x[60, 9] = np.nan, np.inf
     hadamard = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
